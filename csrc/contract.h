@@ -47,6 +47,7 @@ struct SupportView {
   const int32_t* ends;
   int64_t capacity;
   int64_t rows_per_piece;
+  int64_t pieces;  // not rows / rows_per_piece: a piece may have slots and no row
 };
 
 struct Problem {

@@ -83,8 +83,8 @@ ffi::Error decode(const Operands& in, int64_t vocab_size, int32_t options, Probl
   support.ends = padded ? nullptr : in.ends.typed_data();
   support.capacity = last(in.token_ids.dimensions());
   support.rows_per_piece = padded ? 1 : last(in.begins.dimensions());
-  const int64_t pieces = leading(in.token_ids.dimensions());
-  if (pieces * support.rows_per_piece != rows)
+  support.pieces = leading(in.token_ids.dimensions());
+  if (support.pieces * support.rows_per_piece != rows)
     return invalid("support and logits disagree on the number of rows");
   if (!padded && (static_cast<int64_t>(in.begins.element_count()) != rows ||
                   static_cast<int64_t>(in.ends.element_count()) != rows)) {

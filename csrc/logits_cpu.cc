@@ -295,7 +295,7 @@ class SlotOwners {
 
  private:
   void remember(const Problem& problem) {
-    const int64_t total = problem.rows / problem.support.rows_per_piece * problem.support.capacity;
+    const int64_t total = slot_count(problem.support);
     owner_ = static_cast<int64_t*>(std::malloc(static_cast<size_t>(total) * sizeof(int64_t)));
     if (owner_ == nullptr) std::abort();
     for (int64_t n = problem.rows - 1; n >= 0; --n) {
@@ -481,7 +481,7 @@ void for_each_row(int64_t rows, int64_t cost, F f) {
 
 // Nanoseconds, roughly.
 int64_t forward_cost(const Problem& problem) {
-  const int64_t slots = problem.rows / problem.support.rows_per_piece * problem.support.capacity;
+  const int64_t slots = slot_count(problem.support);
   const int64_t full = (problem.options & kFullVocab) != 0 ? problem.vocab_size : 0;
   return problem.rows * (100 + full) + slots * 2;
 }
@@ -508,9 +508,7 @@ void forward(const Problem& problem, const ForwardResult& result) {
 }
 
 void members(const Problem& problem, const SavedRows& saved, float* log_probs) {
-  const int64_t slots =
-      problem.rows == 0 ? 0
-                        : problem.rows / problem.support.rows_per_piece * problem.support.capacity;
+  const int64_t slots = slot_count(problem.support);
   if (slots == 0) return;
   for (int64_t j = 0; j < slots; ++j) log_probs[j] = negative_infinity();
   const SlotOwners owners(problem, true);

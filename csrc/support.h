@@ -8,6 +8,10 @@
 
 namespace topp {
 
+TOPP_INLINE int64_t slot_count(const SupportView& support) {
+  return support.pieces * support.capacity;
+}
+
 // The slots [begin, end) of row n inside its piece's `ids`, clamped to the piece: reading them is
 // always safe.
 struct RowSlots {

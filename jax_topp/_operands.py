@@ -60,10 +60,7 @@ def prepare(
 ) -> Rows:
     """Checks shapes and dtypes; raises TypeError or ValueError with the names and the shapes."""
     if not isinstance(support, Support):
-        raise TypeError(
-            f"support must be a jax_topp.Support, got {type(support).__name__} "
-            f"(Support.from_lists, from_csr and from_padded make one)"
-        )
+        raise TypeError(contract.not_a_support(support))
     logits = _array("logits", logits)
     contract.check_logits(logits.shape, str(logits.dtype))
     for name in ("token_ids", "begins", "ends"):
@@ -89,7 +86,7 @@ def _array(name: str, value: Any) -> Any:
         return value
     if type(value).__module__.split(".")[0] == "torch":
         raise TypeError(f"{name} is a torch tensor: use jax_topp.torch, or pass a JAX array")
-    raise TypeError(f"{name} must be a JAX or NumPy array, got {type(value).__name__}")
+    raise TypeError(f"{name} must be a JAX or NumPy array, got {contract.kind_of(value)}")
 
 
 def _targets(targets: Any) -> Any:
@@ -114,9 +111,10 @@ def _loss_mask(loss_mask: Any) -> Any:
 
 
 def _temperature(temperature: Any, rows: tuple[int, ...]) -> Any:
-    number = contract.host_temperature(temperature)
-    if number is not None:
-        return number
+    if isinstance(temperature, (bool, np.bool_)):
+        raise TypeError("temperature must be a number or a float array, got a bool")
+    if isinstance(temperature, (int, float, np.integer, np.floating)):
+        return np.float32(contract.check_temperature_number(temperature))
     if isinstance(temperature, (list, tuple)):
         temperature = np.asarray(temperature)
     temperature = _array("temperature", temperature)

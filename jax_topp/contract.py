@@ -17,6 +17,10 @@ FULL_VOCAB = 2
 NO_TARGET = 4
 PADDED = 8
 
+# Halfway to the smallest denormal and to 2^128: ties go to the even neighbour, so both ends round away.
+_ROUNDS_TO_0 = 2.0**-150
+_ROUNDS_TO_INF = 2.0**128 - 2.0**103
+
 _MISSING = {"neg_inf": 0, "include": INCLUDE_MISSING}
 _EMPTY = {"neg_inf": 0, "full_vocab": FULL_VOCAB}
 
@@ -32,6 +36,23 @@ class Status(IntEnum):
     BAD_TARGET = 5
     BAD_TEMPERATURE = 6
     NOT_FINITE = 7
+
+
+def kind_of(value: Any) -> str:
+    """What to call a wrong argument in a message: "torch.Tensor", "list"."""
+    kind = type(value)
+    root = kind.__module__.split(".")[0]
+    if root in ("jax", "jaxlib"):
+        return "a JAX array"
+    return f"{root}.{kind.__name__}" if root in ("torch", "numpy") else kind.__name__
+
+
+def not_a_support(value: Any) -> str:
+    """The message for anything but a Support."""
+    return (
+        f"support must be a jax_topp.Support, got {kind_of(value)} "
+        f"(Support.from_lists, from_csr and from_padded make one)"
+    )
 
 
 def option_bits(missing: str, empty: str) -> int:
@@ -107,24 +128,18 @@ def check_temperature(shape: tuple[int, ...], rows: tuple[int, ...]) -> None:
         )
 
 
-def host_temperature(value: Any) -> np.float32 | None:
-    """A Python or NumPy number as float32, checked; None for anything else (an array)."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError("temperature must be a number or a float array, got a bool")
-    if not isinstance(value, (int, float, np.integer, np.floating)):
-        return None
+def check_temperature_number(value: float) -> float:
+    """A Python or NumPy number, refused where float32 would round it to 0 or infinity, and for NaN."""
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    with np.errstate(over="ignore"):
-        rounded = np.float32(number)
-    if not (rounded > 0 and np.isfinite(rounded)):
+    if not _ROUNDS_TO_0 < number < _ROUNDS_TO_INF:
         raise ValueError(
             f"temperature must be positive and finite in float32, got {value!r} "
             f"(greedy rows have a support of one id and any temperature)"
         )
-    return rounded
+    return number
 
 
 def check_host_targets(targets: np.ndarray) -> np.ndarray:
@@ -139,17 +154,22 @@ def check_host_targets(targets: np.ndarray) -> np.ndarray:
     return targets.astype(np.int32)
 
 
-def check_no_overlap(begins: np.ndarray, ends: np.ndarray) -> None:
-    """Refuses rows that share slots: a slot can hold one row's member log-prob only."""
+def check_no_overlap(begins: np.ndarray, ends: np.ndarray, capacity: int) -> None:
+    """Refuses rows that share slots: a slot can hold one row's member log-prob only.
+
+    Rows with a bad extent own nothing, so they share nothing.
+    """
     begins = begins.reshape(-1, begins.shape[-1]).astype(np.int64)
     ends = ends.reshape(begins.shape).astype(np.int64)
+    if (begins[:, 1:] >= np.maximum(ends, begins)[:, :-1]).all():  # one behind the other, as readers lay them
+        return
     for piece, (b, e) in enumerate(zip(begins, ends, strict=True)):
-        rows = np.flatnonzero(e > b)
+        rows = np.flatnonzero((b >= 0) & (e > b) & (e <= capacity))
         rows = rows[np.argsort(b[rows], kind="stable")]
         clash = np.flatnonzero(b[rows[1:]] < e[rows[:-1]])
         if clash.size:
             first, second = sorted((int(rows[clash[0]]), int(rows[clash[0] + 1])))
             raise ValueError(
-                f"support rows {first} and {second} of piece {piece} share slots, and a slot holds one member "
-                f"log-prob: give each row slots of its own (a padded support always has them)"
+                f"support rows {first} and {second} of piece {piece} share slots, and a slot holds "
+                f"one member log-prob: give each row slots of its own (a padded support always has them)"
             )

@@ -244,5 +244,7 @@ def _prepare(
     if support.begins is None:
         options |= contract.PADDED
     elif members and not isinstance(support.begins, jax.core.Tracer):
-        contract.check_no_overlap(np.asarray(support.begins), np.asarray(support.ends))
+        contract.check_no_overlap(
+            np.asarray(support.begins), np.asarray(support.ends), support.token_ids.shape[-1]
+        )
     return _Config(size, options, bool(members)), rows

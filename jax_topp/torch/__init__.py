@@ -1,0 +1,13 @@
+"""jax_topp for PyTorch: the functions of :mod:`jax_topp`, over tensors and with the same bits.
+
+Importing this does not load JAX. Double backward and ``torch.func.grad`` are not supported.
+"""
+
+from __future__ import annotations
+
+from ..contract import Status
+from ..result import Replay
+from ..support import Support
+from .logits import log_prob, member_log_probs, replay
+
+__all__ = ["Replay", "Status", "Support", "log_prob", "member_log_probs", "replay"]
