@@ -50,14 +50,14 @@ def _saturate(targets: Any) -> jax.Array:
     info = jnp.iinfo(targets.dtype)
     if info.max > high or info.min < low:
         targets = lax.clamp(
-            np.asarray(max(low, int(info.min)), targets.dtype), targets, np.asarray(high, targets.dtype)
+            np.asarray(max(low, int(info.min)), targets.dtype),
+            targets,
+            np.asarray(high, targets.dtype),
         )
     return lax.convert_element_type(targets, jnp.int32)
 
 
-def prepare(
-    logits: Any, targets: Any, support: Support, temperature: Any, loss_mask: Any
-) -> Rows:
+def prepare(logits: Any, targets: Any, support: Support, temperature: Any, loss_mask: Any) -> Rows:
     """Checks shapes and dtypes; raises TypeError or ValueError with the names and the shapes."""
     if not isinstance(support, Support):
         raise TypeError(contract.not_a_support(support))

@@ -161,7 +161,9 @@ def check_no_overlap(begins: np.ndarray, ends: np.ndarray, capacity: int) -> Non
     """
     begins = begins.reshape(-1, begins.shape[-1]).astype(np.int64)
     ends = ends.reshape(begins.shape).astype(np.int64)
-    if (begins[:, 1:] >= np.maximum(ends, begins)[:, :-1]).all():  # one behind the other, as readers lay them
+    if (
+        begins[:, 1:] >= np.maximum(ends, begins)[:, :-1]
+    ).all():  # one behind the other, as readers lay them
         return
     for piece, (b, e) in enumerate(zip(begins, ends, strict=True)):
         rows = np.flatnonzero((b >= 0) & (e > b) & (e <= capacity))

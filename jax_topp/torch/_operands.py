@@ -23,9 +23,7 @@ class Operands(NamedTuple):
     temperature: Tensor
 
 
-def prepare(
-    logits: Any, targets: Any, support: Any, temperature: Any, loss_mask: Any
-) -> Operands:
+def prepare(logits: Any, targets: Any, support: Any, temperature: Any, loss_mask: Any) -> Operands:
     """Checks shapes, dtypes and devices; raises TypeError or ValueError with the names and the shapes."""
     _check_tensor("logits", logits)
     contract.check_logits(tuple(logits.shape), str(logits.dtype).removeprefix("torch."))
@@ -129,5 +127,3 @@ def _temperature(temperature: Any, logits: Tensor) -> Tensor:
     if temperature.dim() > 0:
         temperature = temperature.expand(rows)
     return temperature.detach().to(torch.float32).contiguous()
-
-

@@ -115,9 +115,7 @@ def replay(
     if members and begins is not None and ends is not None and begins.device.type == "cpu":
         contract.check_no_overlap(begins.numpy(), ends.numpy(), token_ids.shape[-1])
     results = _empty_results(logits, token_ids, members)
-    problem = _problem(
-        logits, token_ids, begins, ends, targets, temperature, vocab_size, options
-    )
+    problem = _problem(logits, token_ids, begins, ends, targets, temperature, vocab_size, options)
     with _on_device(logits):
         place = _place(logits)
         _core.forward(problem, _addresses(results[:8]), *place)
@@ -157,9 +155,7 @@ def replay_backward(
 ) -> Tensor:
     """The logits' gradient, dense. `cotangents` are those of the four row values."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    problem = _problem(
-        logits, token_ids, begins, ends, targets, temperature, vocab_size, options
-    )
+    problem = _problem(logits, token_ids, begins, ends, targets, temperature, vocab_size, options)
     sizes, _ = merge_row_axes(logits)
     columns = logits.shape[-1]
     strides = [columns * math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]

@@ -1,0 +1,528 @@
+"""The one generator of inputs for all tests, and what results are compared with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jax_topp.reference import Cotangents, ReferenceReplay
+from jax_topp.support import Support
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The operands of one call, as NumPy arrays.
+
+    Attributes:
+      logits: [*rows, columns] in one of DTYPES.
+      targets: [*rows] int32 or int64.
+      support: the recorded ids of each row.
+      temperature: a float, or a float array with the rank of ``targets`` and dimensions equal or 1.
+      loss_mask: [*rows] bool, or None.
+      vocab_size: an int up to ``columns``, or None for all columns.
+    """
+
+    logits: np.ndarray
+    targets: np.ndarray
+    support: Support
+    temperature: Any
+    loss_mask: np.ndarray | None = None
+    vocab_size: int | None = None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return self.targets.shape
+
+    @property
+    def size(self) -> int:
+        """The number of ids that exist."""
+        return self.logits.shape[-1] if self.vocab_size is None else self.vocab_size
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of a call but its policies."""
+        return {
+            "temperature": self.temperature,
+            "loss_mask": self.loss_mask,
+            "vocab_size": self.vocab_size,
+        }
+
+    @property
+    def operands(self) -> tuple[np.ndarray, np.ndarray, Support]:
+        return self.logits, self.targets, self.support
+
+    def with_(self, **changes: Any) -> Case:
+        return replace(self, **changes)
+
+
+# Rows with a score
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def random_case(
+    rng: np.random.Generator,
+    *,
+    rows: tuple[int, ...],
+    vocab_size: int,
+    dtype: str = "float32",
+    layout: str = "ragged",
+    max_members: int | None = None,
+    temperature: Any = None,
+    ignored: float = 0.1,
+    narrow_vocabulary: bool | None = None,
+) -> Case:
+    """Rows that can all be scored: log-uniform sizes with K = 1 and the largest, ties, -inf logits, gaps.
+
+    Targets are drawn from the softmax over the support. `temperature` None is a scalar, or an array with some
+    dimensions 1, of 0.1 to 2. `ignored` is the share of rows with loss_mask False (0: no mask). With
+    `narrow_vocabulary` the logits have columns past vocab_size, NaN in them; None leaves that to chance.
+    """
+    count = math.prod(rows)
+    if temperature is None:
+        temperature = random_temperature(rng, rows)
+    extra = 0
+    if narrow_vocabulary or (narrow_vocabulary is None and rng.random() < 0.3):
+        extra = int(rng.integers(1, 9))
+    members = [
+        random_members(rng, vocab_size, size)
+        for size in random_sizes(rng, count, min(max_members or vocab_size, vocab_size))
+    ]
+    logits = random_logits(rng, count, vocab_size, dtype)
+    scale = np.broadcast_to(np.asarray(temperature, np.float32), rows).reshape(count)
+    targets = np.zeros(count, rng.choice([np.int32, np.int64]))
+    for n, ids in enumerate(members):
+        if rng.random() < 0.2:  # never all of them
+            logits[n, rng.choice(ids, size=len(ids) // 2, replace=False)] = -np.inf
+        targets[n] = draw_target(rng, logits[n], ids, scale[n])
+    if extra:
+        past = np.full((count, extra), np.nan, logits.dtype)
+        logits = np.concatenate([logits, past], axis=1)
+    return Case(
+        logits=logits.reshape(*rows, vocab_size + extra),
+        targets=targets.reshape(rows),
+        support=lay_out(rng, members, rows, layout),
+        temperature=temperature,
+        loss_mask=rng.random(rows) >= ignored if ignored else None,
+        vocab_size=vocab_size if extra else None,
+    )
+
+
+def random_temperature(rng: np.random.Generator, rows: tuple[int, ...]) -> Any:
+    """0.1 to 2: a float, or an array in which some dimensions of `rows` are 1."""
+    if rng.random() < 0.3:
+        return float(rng.uniform(0.1, 2.0))
+    shape = tuple(1 if rng.random() < 0.3 else r for r in rows)
+    return rng.uniform(0.1, 2.0, shape).astype(np.float32)
+
+
+def random_sizes(rng: np.random.Generator, count: int, largest: int) -> np.ndarray:
+    """Log-uniform in [1, largest], and both ends of it among the first two rows."""
+    sizes = np.exp(rng.uniform(0, np.log(largest + 1), count)).astype(np.int64)
+    sizes[:1] = largest
+    sizes[1:2] = 1
+    return np.clip(sizes, 1, largest)
+
+
+def random_members(rng: np.random.Generator, vocab_size: int, size: int) -> np.ndarray:
+    """Distinct ids in ascending order, or now and then in any."""
+    ids = rng.choice(vocab_size, size=size, replace=False, shuffle=True)
+    return ids if rng.random() < 0.2 else np.sort(ids)
+
+
+def random_logits(rng: np.random.Generator, count: int, columns: int, dtype: str) -> np.ndarray:
+    """Normal, three to a row's unit, around another centre in each row; a quarter of the rows is full of ties."""
+    logits = rng.standard_normal((count, columns), np.float32)
+    logits *= 3
+    logits += rng.normal(0, 10, (count, 1)).astype(np.float32)
+    tied = rng.random(count) < 0.25
+    logits[tied] = np.rint(logits[tied])
+    return logits.astype(DTYPES[dtype])
+
+
+def draw_target(
+    rng: np.random.Generator, logits: np.ndarray, ids: np.ndarray, temperature: Any
+) -> int:
+    """One id of the support, from the softmax over it."""
+    x = logits[ids].astype(np.float64) / float(temperature)
+    return int(ids[np.argmax(x + rng.gumbel(size=len(ids)))])
+
+
+def lay_out(
+    rng: np.random.Generator, members: list[np.ndarray], rows: tuple[int, ...], layout: str
+) -> Support:
+    """A Support of these slots in row-major order of `rows`; rubbish stands where no row reads."""
+    if layout == "padded":
+        return _padded(rng, members, rows)
+    per_piece = rows[-1]
+    pieces = [members[p * per_piece :][:per_piece] for p in range(math.prod(rows[:-1]))]
+    gaps = [rng.integers(0, 4, per_piece + 1) * (rng.random(per_piece + 1) < 0.3) for _ in pieces]
+    used = [sum(map(len, piece)) + int(gap.sum()) for piece, gap in zip(pieces, gaps, strict=True)]
+    capacity = max(used, default=0) + int(rng.integers(0, 5))
+    token_ids = rng.choice([-(2**31), -7, 0, 2**31 - 1], (len(pieces), capacity)).astype(np.int32)
+    begins = np.zeros((len(pieces), per_piece), np.int32)
+    ends = np.zeros_like(begins)
+    for p, (piece, gap) in enumerate(zip(pieces, gaps, strict=True)):
+        at = 0
+        for r, ids in enumerate(piece):
+            at += int(gap[r])
+            token_ids[p, at : at + len(ids)] = ids
+            begins[p, r], ends[p, r] = at, at + len(ids)
+            at += len(ids)
+    batch = rows[:-1]
+    return Support(token_ids.reshape(*batch, capacity), begins.reshape(rows), ends.reshape(rows))
+
+
+def _padded(rng: np.random.Generator, members: list[np.ndarray], rows: tuple[int, ...]) -> Support:
+    """-1 behind the members, or now and then before and between them."""
+    width = max(map(len, members), default=0) + int(rng.integers(0, 4))
+    token_ids = np.full((len(members), width), -1, np.int32)
+    for n, ids in enumerate(members):
+        at = np.arange(len(ids))
+        if rng.random() < 0.3:
+            at = np.sort(rng.choice(width, size=len(ids), replace=False))
+        token_ids[n, at] = ids
+    return Support(token_ids.reshape(*rows, width))
+
+
+# Rows of every odd kind
+# ----------------------------------------------------------------------------------------------------------------------
+
+_FAULTS = (
+    *(
+        "bad id",
+        "padding",
+        "repeats",
+        "unsorted",
+        "empty",
+        "all padding",
+        "all -inf",
+        "target -inf",
+    ),
+    *(
+        "nan",
+        "+inf",
+        "-inf",
+        "nan outside",
+        "overflow",
+        "temperature",
+        "negative target",
+        "missing",
+    ),
+    *("late target", "masked", "bad extent"),
+)
+
+
+def odd_case(
+    rng: np.random.Generator,
+    *,
+    rows: tuple[int, ...],
+    vocab_size: int,
+    dtype: str = "float32",
+    layout: str = "ragged",
+    max_members: int | None = None,
+) -> Case:
+    """Every odd kind of row in one batch: two in three have one to three faults, so that precedence matters too."""
+    case = random_case(
+        rng,
+        rows=rows,
+        vocab_size=vocab_size,
+        dtype=dtype,
+        layout=layout,
+        max_members=max_members,
+        ignored=0.05,
+    )
+    draft = _Draft(case, rng)
+    for n in range(math.prod(rows)):
+        if rng.random() < 2 / 3:
+            for fault in rng.choice(_FAULTS, size=rng.integers(1, 4), replace=False):
+                draft.spoil(n, str(fault))
+    return draft.case(rows, layout)
+
+
+class _Draft:
+    """A case taken apart into rows, to be spoilt one by one."""
+
+    def __init__(self, case: Case, rng: np.random.Generator) -> None:
+        count = math.prod(case.rows)
+        self.rng, self.vocab_size, self.original = rng, case.size, case
+        self.logits = case.logits.reshape(count, -1).copy()
+        self.targets = case.targets.reshape(count).copy()
+        # float64: 1e-50 becomes 0 only where it is rounded to float32
+        self.temperature = np.broadcast_to(case.temperature, case.rows).reshape(count)
+        self.temperature = self.temperature.astype(np.float64)
+        self.mask = np.asarray(case.loss_mask).reshape(count).copy()
+        self.members = [ids.copy() for ids in row_ids(case)]
+        self.bad_extents: set[int] = set()
+
+    def spoil(self, n: int, fault: str) -> None:
+        rng, size, ids = self.rng, self.vocab_size, self.members[n]
+        one = rng.integers(len(ids), size=1) if len(ids) else np.zeros(0, np.int64)
+        inside = ids[(ids >= 0) & (ids < size)]
+        member = rng.choice(inside, size=1) if len(inside) else np.zeros(0, np.int64)
+        if fault == "bad id":
+            ids[one] = rng.choice([-3, -2, size, size + 1, size + 3, 2**31 - 1, -(2**31)])
+        elif fault == "padding":
+            self.members[n] = np.insert(ids, rng.integers(len(ids) + 1), -1)
+        elif fault == "repeats":
+            again = rng.choice(ids, size=rng.integers(1, 4)) if len(ids) else ids
+            self.members[n] = np.insert(ids, rng.integers(len(ids) + 1), again)
+        elif fault == "unsorted":
+            rng.shuffle(ids)
+        elif fault == "empty":
+            self.members[n] = ids[:0]
+        elif fault == "all padding":
+            ids[:] = -1
+        elif fault == "all -inf":
+            self.logits[n, inside] = -np.inf
+        elif fault == "target -inf" and 0 <= self.targets[n] < size:
+            self.logits[n, self.targets[n]] = -np.inf
+        elif fault in ("nan", "+inf", "-inf"):
+            self.logits[n, member] = float(fault)
+        elif fault == "nan outside":
+            outside = np.setdiff1d(np.arange(size), np.append(ids, self.targets[n]))
+            self.logits[n, outside[:3]] = np.nan
+        elif fault == "overflow":  # finite in float32 and bfloat16, but not after the division
+            self.logits[n, member] = min(3e38, float(ml_dtypes.finfo(self.logits.dtype).max))
+            self.temperature[n] = 0.1
+        elif fault == "temperature":
+            self.temperature[n] = rng.choice([0.0, -1.0, np.nan, np.inf, 1e-50])
+        elif fault == "negative target":
+            self.targets[n] = rng.choice([-1, -3, -100])
+        elif fault == "missing":
+            self.targets[n] = rng.integers(size)
+        elif fault == "late target":
+            self.targets[n] = rng.choice([size, size + 3, 2**31 - 1])
+        elif fault == "masked":
+            self.mask[n] = False
+        elif fault == "bad extent":
+            self.bad_extents.add(n)
+
+    def case(self, rows: tuple[int, ...], layout: str) -> Case:
+        support = lay_out(self.rng, self.members, rows, layout)
+        if layout != "padded":
+            begins, ends = support.begins.reshape(-1), support.ends.reshape(-1)  # views
+            for n in self.bad_extents:
+                begins[n], ends[n] = self._bad_extent(
+                    int(begins[n]), int(ends[n]), support.token_ids.shape[-1]
+                )
+        return self.original.with_(
+            logits=self.logits.reshape(*rows, -1),
+            targets=self.targets.reshape(rows),
+            support=support,
+            temperature=self.temperature.reshape(rows),
+            loss_mask=self.mask.reshape(rows),
+        )
+
+    def _bad_extent(self, begin: int, end: int, capacity: int) -> tuple[int, int]:
+        kinds = [
+            (-1, end),
+            (-(2**31), end),
+            (end + 1, begin),  # reversed
+            (begin, capacity + 1),
+            (begin, 2**31 - 1),
+            (capacity + 1, capacity + 2),
+            (begin, -1),
+        ]
+        return kinds[self.rng.integers(len(kinds))]
+
+
+# What is known of a case's rows
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def row_ids(case: Case) -> list[np.ndarray]:
+    """The slots of each row in row-major order, its extent clamped to its piece."""
+    ids = np.asarray(case.support.token_ids)
+    if case.support.begins is None:
+        return list(ids.reshape(math.prod(case.rows), ids.shape[-1]))
+    capacity = ids.shape[-1]
+    begins = np.asarray(case.support.begins).reshape(-1, case.rows[-1])
+    ends = np.asarray(case.support.ends).reshape(begins.shape)
+    flat = ids.reshape(len(begins), capacity)
+    return [
+        flat[p, max(int(b), 0) : max(min(int(e), capacity), 0)]
+        for p in range(len(begins))
+        for b, e in zip(begins[p], ends[p], strict=True)
+    ]
+
+
+def membership(case: Case, *, missing: str = "neg_inf", empty: str = "neg_inf") -> np.ndarray:
+    """bool [*rows, columns]: where a gradient may be anything but +0."""
+    mask = np.zeros((math.prod(case.rows), case.logits.shape[-1]), bool)
+    for n, (ids, target) in enumerate(zip(row_ids(case), case.targets.flat, strict=True)):
+        if empty == "full_vocab" and not (ids >= 0).any():
+            mask[n, : case.size] = True
+        if missing == "include" and 0 <= target < case.size:
+            mask[n, target] = True
+        mask[n, ids[(ids >= 0) & (ids < case.size)]] = True
+    return mask.reshape(*case.rows, -1)
+
+
+def member_bounds(case: Case, *, empty: str = "neg_inf") -> np.ndarray:
+    """At least as many members as each row can have: its slots and an included target, or the vocabulary."""
+    sizes = [
+        case.size if empty == "full_vocab" and not (ids >= 0).any() else len(ids) + 1
+        for ids in row_ids(case)
+    ]
+    return np.reshape(np.array(sizes, np.int64), case.rows)
+
+
+def slot_rows(case: Case) -> np.ndarray:
+    """For each slot the first row with a sound extent around it, -1 for none; shaped as the token ids."""
+    ids = np.asarray(case.support.token_ids)
+    count = math.prod(case.rows)
+    if case.support.begins is None:
+        return np.broadcast_to(np.arange(count).reshape(*case.rows, 1), ids.shape)
+    owners = np.full((count // max(case.rows[-1], 1), ids.shape[-1]), -1)
+    for n in reversed(range(count)):
+        b, e = int(case.support.begins.flat[n]), int(case.support.ends.flat[n])
+        if 0 <= b <= e <= ids.shape[-1]:
+            owners[n // case.rows[-1], b:e] = n
+    return owners.reshape(ids.shape)
+
+
+def random_cotangents(rng: np.random.Generator, case: Case) -> Cotangents:
+    """All five, float32. A quarter of the rows has none at all, and a quarter only one kind."""
+    count = math.prod(case.rows)
+    kept = np.ones((5, count), bool)
+    choice = rng.random(count)
+    kept[:, choice < 0.25] = False
+    only = np.flatnonzero((choice >= 0.25) & (choice < 0.5))
+    kept[:, only] = False
+    kept[rng.integers(5, size=len(only)), only] = True
+    values = rng.standard_normal((4, count)).astype(np.float32) * kept[:4]
+    slots = np.shape(case.support.token_ids)
+    owners = slot_rows(case)
+    members = rng.standard_normal(slots).astype(np.float32)  # also where it must not count
+    members[(owners >= 0) & ~kept[4][owners]] = 0
+    return Cotangents(*(v.reshape(case.rows) for v in values), members)
+
+
+# Comparisons
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    """NumPy, JAX or torch array as NumPy, with the same bits."""
+    if type(x).__module__.split(".")[0] != "torch":
+        return np.asarray(x)
+    import torch
+
+    x = x.detach().cpu().contiguous()
+    if x.dtype == torch.bfloat16:  # a dtype that NumPy itself lacks
+        return x.view(torch.int16).numpy().view(DTYPES["bfloat16"])
+    return x.numpy()
+
+
+def bits(x: Any) -> np.ndarray:
+    """The elements as unsigned integers."""
+    x = np.ascontiguousarray(to_numpy(x))
+    return x.view(np.dtype(f"u{x.dtype.itemsize}"))
+
+
+def assert_bits_equal(actual: Any, expected: Any, what: str = "") -> None:
+    """Same dtype, shape and bits, those of NaNs too; names the first element that differs."""
+    actual, expected = to_numpy(actual), to_numpy(expected)
+    assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, not {expected.dtype}"
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
+    _report(bits(actual) != bits(expected), actual, expected, what, None)
+
+
+def assert_within(actual: Any, expected: Any, bound: Any, what: str = "") -> None:
+    """|actual - expected| <= bound at every element; NaN matches NaN only, an infinity only itself."""
+    actual, expected = to_numpy(actual).astype(np.float64), to_numpy(expected).astype(np.float64)
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, not {expected.shape}"
+    bound = np.broadcast_to(np.asarray(bound, np.float64), actual.shape)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(actual - expected) <= bound
+    same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+    finite = np.isfinite(actual) & np.isfinite(expected)
+    _report(~np.where(finite, near, same), actual, expected, what, bound)
+
+
+def _report(
+    wrong: np.ndarray, actual: np.ndarray, expected: np.ndarray, what: str, bound: Any
+) -> None:
+    if not wrong.any():
+        return
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    allowed = (
+        ""
+        if bound is None
+        else f" (off by {abs(actual[at] - expected[at]):.3g}, bound {bound[at]:.3g})"
+    )
+    raise AssertionError(
+        f"{what}: {int(wrong.sum())} of {wrong.size} elements differ, first {list(at)}: "
+        f"{actual[at]!r}, not {expected[at]!r}{allowed}"
+    )
+
+
+# (digits of the significand, exponent of the smallest normal number)
+_FORMATS = {
+    "float64": (53, -1022),
+    "float32": (24, -126),
+    "bfloat16": (8, -126),
+    "float16": (11, -14),
+}
+
+
+def ulp(x: Any, dtype: Any) -> np.ndarray:
+    """The spacing of `dtype` at |x|, that of its denormals at the least; float64. 0 where x is not finite."""
+    digits, smallest = _FORMATS[str(np.dtype(DTYPES.get(dtype, dtype)))]
+    x = np.asarray(x, np.float64)
+    finite = np.isfinite(x)
+    _, exponent = np.frexp(np.where(finite, x, 0.0))  # |x| in [2^(e - 1), 2^e)
+    exponent = np.where(x == 0, smallest, np.maximum(exponent - 1, smallest))
+    return np.where(finite, np.ldexp(1.0, exponent - (digits - 1)), 0.0)
+
+
+def value_bounds(reference: ReferenceReplay, members: Any) -> ReferenceReplay:
+    """How far each float32 value may lie from the oracle's, for rows of `members` members; 0 for the status.
+
+    Half a float32 ulp for the one rounding, and docs/numerics.md's bounds of what is rounded: K 2^-45 (log_prob,
+    logsumexp), K 2^-44 (entropy). Each sum and difference of doubles may also round by half a double ulp of its
+    result, and m by half of its own. x_y is one IEEE division.
+    """
+    k = np.asarray(members, np.float64)
+    half = [ulp(v, "float32") / 2 + ulp(v, "float64") / 2 for v in reference[:3]]
+    of_max = ulp(np.abs(reference.logsumexp) + np.log(2.0**18), "float64") / 2
+    log_prob = half[0] + k * 2.0**-45
+    logsumexp = half[1] + k * 2.0**-45 + of_max
+    entropy = half[2] + k * 2.0**-44
+    zero = np.zeros(k.shape)
+    return ReferenceReplay(log_prob, logsumexp, entropy, zero, zero)
+
+
+def gradient_bound(
+    expected: np.ndarray, case: Case, cotangents: Cotangents, members: Any
+) -> np.ndarray:
+    """How far a gradient of the logits' dtype may lie from the oracle's `expected`, [*rows, columns].
+
+    One ulp of the dtype: half for the rounding (its denormals' spacing at the least), the rest for the rounding to
+    float32 before it and for a rounding into the next binade. And before any rounding: with d = K 2^-45 the error of
+    the fixed-point sums, log p is off by d, H by d (2 + ln K), p by p d; so g p by |g| d, p (l - sum c) by
+    (|l| + sum |c|) d, and h p (log p + H) by |h| d (1 + 2 + ln K + 1/e + ln K) < 2 d |h| (2 + ln K). Double rounding
+    errors, 2^-53 of a term and K 2^-53 of sum |c|, fit into the other d.
+    """
+    k = np.asarray(members, np.float64)
+    g, l, h, u = (np.abs(np.asarray(c, np.float64)) for c in cotangents[:4])  # noqa: E741
+    c = np.zeros(math.prod(case.rows))
+    owners = slot_rows(case).reshape(-1)
+    slots = np.abs(np.asarray(cotangents.member_log_probs, np.float64)).reshape(-1)
+    np.add.at(c, owners[owners >= 0], slots[owners >= 0])
+    temperature = np.broadcast_to(np.asarray(case.temperature, np.float32), case.rows)
+    terms = g + l + u + c.reshape(case.rows) + h * (2 + np.log(k))
+    with np.errstate(all="ignore"):
+        before_rounding = k * 2.0**-44 * terms / temperature.astype(np.float64)
+    before_rounding = np.where(np.isfinite(before_rounding), before_rounding, 0)
+    return ulp(expected, case.logits.dtype) + before_rounding[..., None]
