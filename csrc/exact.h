@@ -242,6 +242,20 @@ TOPP_INLINE RowValues finish_row(float target_logit, float m, RowSums sums) {
   return values;
 }
 
+// A sum over a row's slots in the order of a warp: lane j % 32 adds its own slots, ascending, then
+// the lanes meet at distances of 16, 8, 4, 2 and 1.
+struct LaneSum {
+  double lanes[32] = {};
+  void add(int64_t j, double v) { lanes[j & 31] += v; }
+  double total() const {
+    double a[32];
+    for (int l = 0; l < 32; ++l) a[l] = lanes[l];
+    for (int distance = 16; distance > 0; distance /= 2)
+      for (int l = 0; l < distance; ++l) a[l] += a[l + distance];
+    return a[0];
+  }
+};
+
 // What a row's gradient needs; cotangents in double. `members` is the sum of the member log-probs'
 // cotangents.
 struct RowGradient {

@@ -351,7 +351,7 @@ struct MemberCotangents {
   const float* values;  // nullptr: nobody asked
   const SlotOwners* owners;
   double at(const RowSlots& slots, int64_t j, int64_t n) const {
-    if (values == nullptr || slots.ids[j] < 0 || !owners->owns(slots, j, n)) return 0.0;
+    if (values == nullptr || slots.ids[j] == -1 || !owners->owns(slots, j, n)) return 0.0;
     return static_cast<double>(values[slots.first + j]);
   }
 };
@@ -449,14 +449,14 @@ void backward_row(const Problem& problem, const SavedRows& saved, const Cotangen
     backward_bad_row(problem, plan, status, any_cotangent(cotangents, members, plan.slots, n), out);
     return;
   }
-  double sum_members = 0.0;  // in slot order
+  LaneSum sum_members;
   for (int64_t j = 0; members.values != nullptr && j < plan.slots.count; ++j)
-    sum_members += members.at(plan.slots, j, n);
+    sum_members.add(j, members.at(plan.slots, j, n));
   const bool scored = status == kScored;  // a missing target has no gradient of its own
-  const RowGradient row = begin_gradient(saved.max[n], {saved.sum[n], saved.weighted_sum[n]},
-                                         plan.temperature, scored ? cotangents.log_prob[n] : 0.0,
-                                         cotangents.logsumexp[n], cotangents.support_entropy[n],
-                                         scored ? cotangents.target_logit[n] : 0.0, sum_members);
+  const RowGradient row = begin_gradient(
+      saved.max[n], {saved.sum[n], saved.weighted_sum[n]}, plan.temperature,
+      scored ? cotangents.log_prob[n] : 0.0, cotangents.logsumexp[n], cotangents.support_entropy[n],
+      scored ? cotangents.target_logit[n] : 0.0, sum_members.total());
   backward_scored_row<T>(problem, plan, row, members, row_logits<T>(problem, n, plan.temperature),
                          out, n);
 }

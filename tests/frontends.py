@@ -11,7 +11,8 @@ import pytest
 from jax_topp import Replay
 from jax_topp.reference import Cotangents
 
-from cases import Case, to_numpy
+from cases import Case
+from compare import to_numpy
 
 VALUES = ("log_prob", "logsumexp", "support_entropy", "target_logit")
 

@@ -80,9 +80,8 @@ class Call:
         mask = True if case.loss_mask is None else case.loss_mask
         self.targets = np.where(mask, ids, -1).astype(np.int32)
         scale = np.asarray(case.temperature).astype(np.float32)
-        self.temperature = np.ascontiguousarray(
-            scale if scale.ndim == 0 else np.broadcast_to(scale, self.rows)
-        )
+        scale = scale if scale.ndim == 0 else np.broadcast_to(scale, self.rows)
+        self.temperature = np.array(scale, order="C")  # ascontiguousarray would give a scalar an axis
         self.extents = [
             None if x is None else np.ascontiguousarray(x)
             for x in (case.support.begins, case.support.ends)

@@ -17,8 +17,6 @@ from jax_topp.support import Support
 from cases import (
     DTYPES,
     Case,
-    assert_bits_equal,
-    assert_within,
     membership,
     odd_case,
     random_case,
@@ -26,6 +24,7 @@ from cases import (
     row_ids,
     slot_rows,
 )
+from compare import assert_bits_equal, assert_within
 
 LAYOUTS = ("ragged", "padded")
 

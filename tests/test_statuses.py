@@ -8,17 +8,8 @@ import pytest
 from jax_topp import Status, Support, reference
 from jax_topp.reference import Cotangents
 
-from cases import (
-    DTYPES,
-    Case,
-    assert_bits_equal,
-    assert_within,
-    gradient_bound,
-    member_bounds,
-    odd_case,
-    random_cotangents,
-    value_bounds,
-)
+from cases import DTYPES, Case, member_bounds, odd_case, random_cotangents
+from compare import assert_bits_equal, assert_within, gradient_bound, value_bounds
 from frontends import VALUES, each_frontend
 
 V = 12
@@ -73,7 +64,7 @@ ROWS = {
     "a reversed extent": (row(GOOD, extent=(3, 1)), Status.BAD_SUPPORT),
     "an extent past the capacity": (row(GOOD, extent=(0, 5)), Status.BAD_SUPPORT),
     "target = V": (row(GOOD, V), Status.BAD_TARGET),
-    "target far past V": (row(GOOD, 2**40), Status.BAD_TARGET),
+    "target far past V": (row(GOOD, 2**31 - 1), Status.BAD_TARGET),
     "T = 0": (row(GOOD, temperature=0.0), Status.BAD_TEMPERATURE),
     "T < 0": (row(GOOD, temperature=-1.0), Status.BAD_TEMPERATURE),
     "T NaN": (row(GOOD, temperature=NAN), Status.BAD_TEMPERATURE),
