@@ -172,7 +172,9 @@ struct BlockMax {
   void operator()(const float* x, int count) {
     for (int i = 0; i < count; ++i) {
       not_finite |= is_nan_or_positive_infinity(x[i]);
-      max = x[i] > max ? x[i] : max;
+      // +0 above -0, so that the order of the ids does not choose the sign of a zero maximum.
+      const bool above = x[i] > max || (x[i] == max && bits_of(x[i]) == 0);
+      max = above ? x[i] : max;
     }
   }
 };

@@ -48,9 +48,9 @@ topp::RowLayout row_layout(const std::vector<int64_t>& shape, const std::vector<
 // dtypes.
 Problem problem_of(int dtype, uint64_t logits, const std::vector<int64_t>& shape,
                    const std::vector<int64_t>& strides, uint64_t token_ids, uint64_t begins,
-                   uint64_t ends, int64_t capacity, int64_t rows_per_piece, int64_t pieces, uint64_t targets,
-                   uint64_t temperature, int64_t temperature_stride, int64_t vocab_size,
-                   int options) {
+                   uint64_t ends, int64_t capacity, int64_t rows_per_piece, int64_t pieces,
+                   uint64_t targets, uint64_t temperature, int64_t temperature_stride,
+                   int64_t vocab_size, int options) {
   Problem problem{};
   problem.dtype = static_cast<topp::DType>(dtype);
   problem.logits = at<const void>(logits);
@@ -63,8 +63,12 @@ Problem problem_of(int dtype, uint64_t logits, const std::vector<int64_t>& shape
         "jax_topp: vocab_size is outside the logits' columns or above 262144");
   }
   problem.vocab_size = vocab_size;
-  problem.support = {at<const int32_t>(token_ids), at<const int32_t>(begins),
-                     at<const int32_t>(ends), capacity, rows_per_piece, pieces};
+  problem.support = {at<const int32_t>(token_ids),
+                     at<const int32_t>(begins),
+                     at<const int32_t>(ends),
+                     capacity,
+                     rows_per_piece,
+                     pieces};
   problem.targets = at<const int32_t>(targets);
   problem.temperature = at<const float>(temperature);
   problem.temperature_stride = temperature_stride;
@@ -206,8 +210,9 @@ NB_MODULE(_core, m) {
   nb::class_<Problem>(m, "Problem", "The operands of one call; holds addresses, not memory.");
   m.def("problem", &problem_of, nb::arg("dtype"), nb::arg("logits"), nb::arg("shape"),
         nb::arg("strides"), nb::arg("token_ids"), nb::arg("begins"), nb::arg("ends"),
-        nb::arg("capacity"), nb::arg("rows_per_piece"), nb::arg("pieces"), nb::arg("targets"), nb::arg("temperature"),
-        nb::arg("temperature_stride"), nb::arg("vocab_size"), nb::arg("options"),
+        nb::arg("capacity"), nb::arg("rows_per_piece"), nb::arg("pieces"), nb::arg("targets"),
+        nb::arg("temperature"), nb::arg("temperature_stride"), nb::arg("vocab_size"),
+        nb::arg("options"),
         "shape and strides (in elements) are the logits', columns last; begins = ends = 0 is a "
         "padded support.");
   m.def("forward", &forward, nb::arg("problem"), nb::arg("results"), nb::arg("device") = -1,
