@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,16 @@ def module(kind: str) -> Any:
 
 
 def is_traced(x: Any) -> bool:
-    """Whether the array has a shape but no values: a JAX tracer or a ShapeDtypeStruct."""
-    if kind_of(x) != "jax":
-        return False
-    import jax
+    """Whether the array has a shape but no values: a JAX tracer, a ShapeDtypeStruct, a fake or meta tensor."""
+    kind = kind_of(x)
+    if kind == "jax":
+        import jax
 
-    return isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct))
+        return isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct))
+    if kind == "torch":
+        fake = sys.modules.get("torch._subclasses.fake_tensor")
+        return x.is_meta or isinstance(x, getattr(fake, "FakeTensor", ()))
+    return False
 
 
 def to_host(name: str, x: Any) -> np.ndarray:
@@ -56,7 +61,8 @@ def to_host(name: str, x: Any) -> np.ndarray:
             f"call this outside jit, grad, vmap and scan"
         )
     if kind_of(x) == "torch":
-        return x.detach().cpu().numpy()
+        x = x.detach().cpu()
+        return (x.float() if dtype_name(x) == "bfloat16" else x).numpy()
     return np.asarray(x)
 
 
@@ -93,6 +99,13 @@ def arange(like: Any, n: int) -> Any:
 
         return torch.arange(n, dtype=torch.int32, device=like.device)
     return module(kind_of(like) or "numpy").arange(n, dtype=np.int32)
+
+
+def comparable(x: Any) -> Any:
+    """Integers of a dtype that holds any int32 to compare with, and that torch can compare at all."""
+    if kind_of(x) == "torch":
+        return x.long()
+    return as_int32(x) if x.dtype.itemsize < 4 else x
 
 
 def as_int32(x: Any) -> Any:
@@ -137,6 +150,14 @@ def cumulative_count(flags: Any) -> Any:
     return concatenate([full(counts, (*counts.shape[:-1], 1), 0), counts], -1)
 
 
+def is_integer(dtype_name: str) -> bool:
+    return dtype_name.startswith(("int", "uint"))
+
+
+def is_float(dtype_name: str) -> bool:
+    return dtype_name.startswith(("float", "bfloat"))
+
+
 def host_ids(name: str, ids: np.ndarray) -> np.ndarray:
     """NumPy integers as int32; a value outside int32 is an error, never wrapped."""
     if ids.dtype.kind not in "iu":
@@ -144,17 +165,50 @@ def host_ids(name: str, ids: np.ndarray) -> np.ndarray:
     if ids.dtype.itemsize > 4 or ids.dtype == np.uint32:
         wrong = (ids > INT32.max) | (ids < INT32.min)
         if wrong.any():
-            where_ = [int(i) for i in np.argwhere(wrong)[0]]
-            raise ValueError(f"{name}{where_} is {ids[tuple(where_)]}, outside int32")
+            at = np.argwhere(wrong)[0].tolist()
+            raise ValueError(f"{name}{at} is {ids[tuple(at)]}, outside int32")
     return ids.astype(np.int32, copy=False)
 
 
 def host_floats(name: str, x: np.ndarray) -> np.ndarray:
     """NumPy floats as float32."""
-    if x.dtype.kind != "f":
+    if not is_float(x.dtype.name):
         raise TypeError(f"{name} must be floats, got {x.dtype}")
     with np.errstate(over="ignore"):
         return x.astype(np.float32, copy=False)
+
+
+def host_integers(name: str, x: Any) -> np.ndarray:
+    """A rectangular list of integers; NumPy would take bools among them for numbers."""
+    array = _rectangular(name, x)
+    if array.size == 0:
+        return array.astype(np.int32)  # NumPy's dtype of nothing at all is float64
+    values = x
+    for _ in range(array.ndim - 1):
+        values = chain.from_iterable(values)
+    values = list(values)
+    types = set(map(type, values))
+    if bool in types or np.bool_ in types:
+        raise TypeError(f"{name} must be integers, got a bool among them")
+    if array.dtype.kind not in "iu" and all(issubclass(t, (int, np.integer)) for t in types):
+        # Too large for any dtype: NumPy made them floats, or objects.
+        n = next(n for n, value in enumerate(values) if not INT32.min <= value <= INT32.max)
+        at = [int(i) for i in np.unravel_index(n, array.shape)]
+        raise ValueError(f"{name}{at} is {values[n]}, outside int32")
+    return array
+
+
+def host_numbers(name: str, x: Any) -> np.ndarray:
+    """A rectangular list of floats, or of ints where floats are meant."""
+    array = _rectangular(name, x)
+    return array.astype(np.float64) if array.dtype.kind in "iu" or array.size == 0 else array
+
+
+def _rectangular(name: str, x: Any) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except ValueError as error:  # unequal lengths
+        raise ValueError(f"{name} must be a rectangular list: {error}") from error
 
 
 def like(x: np.ndarray, array: Any) -> Any:

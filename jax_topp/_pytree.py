@@ -1,53 +1,45 @@
-"""Makes Support a pytree of whichever frameworks are loaded, now or later, and loads none itself."""
+"""Makes Support a pytree of the frameworks that are loaded; loads none itself."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Iterable
 from typing import Any
 
 _NAMES = ("token_ids", "begins", "ends", "log_probs")
-_lock = threading.RLock()
-_pending = {"jax", "torch"}
-_settled = False  # every framework is registered, or will be when it is imported
+_lock = threading.Lock()
+_pending: tuple[str, ...] = ("jax", "torch")  # replaced, never changed: it is read without the lock
 
 
 def ensure_registered() -> None:
-    """Registers Support (and the result types, for jax.export) with JAX and torch if they are loaded.
+    """Registers Support (and the result types, for jax.export) with JAX and torch where they are loaded.
 
-    A framework imported later registers at the end of its import: a Support that it does not know would silently
-    be a leaf. Cheap to call again.
+    To a framework that does not know it a Support would silently be a leaf. So every new Support calls this, and so
+    does the import of each front end: a Support may be older than the framework.
     """
-    global _settled
-    if _settled:
-        return
-    with _lock:
-        settled = True
-        for framework in tuple(_pending):
-            loaded = sys.modules.get(framework)
-            if loaded is None:
-                _watch_imports()
-            elif getattr(loaded.__spec__, "_initializing", False):
-                settled = False  # half imported: the next Support looks again
-            else:
-                _register(framework)
-        _settled = settled
+    for framework in _pending:
+        if framework in sys.modules:
+            _register_loaded()
+            return
 
 
-def _register(framework: str) -> None:
+def _register_loaded() -> None:
+    global _pending
     with _lock:
-        if framework in _pending:
-            (_register_jax if framework == "jax" else _register_torch)()
-            _pending.discard(framework)
-        if not _pending and _watcher in sys.meta_path:
-            sys.meta_path.remove(_watcher)
+        for framework in _pending:
+            if _is_loaded(framework):
+                (_register_jax if framework == "jax" else _register_torch)()
+                _pending = tuple(name for name in _pending if name != framework)
+
+
+def _is_loaded(framework: str) -> bool:
+    """False, too, while another thread (or one further up the stack) is still importing it."""
+    spec = getattr(sys.modules.get(framework), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
 
 
 def _register_jax() -> None:
-    import jax
     from jax import export, tree_util
 
     from .result import Replay
@@ -64,7 +56,7 @@ def _register_jax() -> None:
     def unflatten(_: None, leaves: Iterable[Any]) -> Support:
         return Support._unchecked(*leaves)
 
-    jax.tree_util.register_pytree_with_keys(Support, flatten_with_keys, unflatten, flatten)
+    tree_util.register_pytree_with_keys(Support, flatten_with_keys, unflatten, flatten)
     export.register_pytree_node_serialization(
         Support,
         serialized_name="jax_topp.Support",
@@ -100,38 +92,3 @@ def _register_torch() -> None:
         from_dumpable_context=tuple,
         flatten_with_keys_fn=flatten_with_keys,
     )
-
-
-class _Watcher:
-    """A finder that finds nothing itself: it has the import of a pending framework end with its registration."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name not in _pending:
-            return None
-        for finder in sys.meta_path:
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(name, path, target)
-            if spec is not None:
-                _register_after(name, spec.loader)
-                return spec
-        return None
-
-
-def _register_after(framework: str, loader: Any) -> None:
-    execute = loader.exec_module
-
-    def execute_and_register(module: ModuleType) -> None:
-        execute(module)
-        _register(framework)
-
-    loader.exec_module = execute_and_register
-
-
-_watcher: Any = _Watcher()
-
-
-def _watch_imports() -> None:
-    if _watcher not in sys.meta_path:
-        sys.meta_path.insert(0, _watcher)
