@@ -166,7 +166,7 @@ def host_ids(name: str, ids: np.ndarray) -> np.ndarray:
         wrong = (ids > INT32.max) | (ids < INT32.min)
         if wrong.any():
             at = np.argwhere(wrong)[0].tolist()
-            raise ValueError(f"{name}{at} is {ids[tuple(at)]}, outside int32")
+            raise ValueError(f"{name}{at or ''} is {ids[tuple(at)]}, outside int32")
     return ids.astype(np.int32, copy=False)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import contract
+from . import _arrays, contract
 from .support import Support
 
 
@@ -90,11 +90,13 @@ def _array(name: str, value: Any) -> Any:
 
 
 def _targets(targets: Any) -> Any:
-    if isinstance(targets, (list, tuple, int, np.integer)):
+    if isinstance(targets, (list, tuple)):
+        targets = _arrays.host_integers("targets", targets)
+    elif isinstance(targets, (int, np.integer)) and not isinstance(targets, bool):
         targets = np.asarray(targets)
     targets = _array("targets", targets)
     if isinstance(targets, np.ndarray):
-        return contract.check_host_targets(targets)
+        return _arrays.host_ids("targets", targets)
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise TypeError(f"targets must be integers, got {targets.dtype}")
     return targets

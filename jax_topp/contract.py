@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import IntEnum
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
@@ -128,7 +128,7 @@ def check_temperature(shape: tuple[int, ...], rows: tuple[int, ...]) -> None:
         )
 
 
-def check_temperature_number(value: float) -> float:
+def check_temperature_number(value: SupportsFloat) -> float:
     """A Python or NumPy number, refused where float32 would round it to 0 or infinity, and for NaN."""
     try:
         number = float(value)
@@ -140,18 +140,6 @@ def check_temperature_number(value: float) -> float:
             f"(greedy rows have a support of one id and any temperature)"
         )
     return number
-
-
-def check_host_targets(targets: np.ndarray) -> np.ndarray:
-    """NumPy targets as int32; an array library would wrap a wider one silently."""
-    if targets.dtype.kind not in "iu":
-        raise TypeError(f"targets must be integers, got {targets.dtype}")
-    if targets.dtype.itemsize > 4 or targets.dtype == np.uint32:
-        wrong = (targets > np.iinfo(np.int32).max) | (targets < np.iinfo(np.int32).min)
-        if wrong.any():
-            where = tuple(int(i) for i in np.argwhere(wrong)[0])
-            raise ValueError(f"targets{list(where)} is {targets[where]}, outside int32")
-    return targets.astype(np.int32)
 
 
 def check_no_overlap(begins: np.ndarray, ends: np.ndarray, capacity: int) -> None:

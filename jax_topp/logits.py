@@ -12,10 +12,12 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from . import _ffi, contract
+from . import _ffi, _pytree, contract
 from ._operands import Rows, prepare
 from .result import Replay
 from .support import Support
+
+_pytree.ensure_registered()
 
 
 class _Config(NamedTuple):

@@ -8,13 +8,15 @@ names the row and the position. JAX arrays and torch tensors stay where they are
 from __future__ import annotations
 
 import math
-from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from . import _arrays
-from .support import Support, check_vocab_size
+from ._canonical import offsets_of, padded, ragged
+from ._checks import check_vocab_size, row_index
+from ._nested import flat_ids, flat_log_probs, flatten_rows
+from .support import Support
 
 
 def from_lists(rows: Any, *, none: str = "error", log_probs: Any = None) -> Support:
@@ -36,19 +38,19 @@ def from_lists(rows: Any, *, none: str = "error", log_probs: Any = None) -> Supp
     """
     if none not in ("error", "full_vocab"):
         raise ValueError(f"none must be 'error' or 'full_vocab', got {none!r}")
-    shape, flat = _flatten_rows("rows", rows)
+    shape, flat = flatten_rows("rows", rows)
     for n, row in enumerate(flat):
         if row is None:
             if none == "error":
                 raise ValueError(
-                    f"row {_index(n, shape)} is None: the engine sent no support for it "
+                    f"row {row_index(n, shape)} is None: the engine sent no support for it "
                     f"(none='full_vocab' reads it as an empty row)"
                 )
             flat[n] = ()
     sizes = np.fromiter(map(len, flat), np.int64, len(flat))
-    ids = _flat_ids(flat, shape)
-    values = None if log_probs is None else _flat_log_probs(log_probs, sizes, shape)
-    return _ragged(ids, _offsets(sizes), shape, values)
+    ids = flat_ids(flat, shape)
+    values = None if log_probs is None else flat_log_probs(log_probs, sizes, shape)
+    return ragged(ids, offsets_of(sizes), shape, values)
 
 
 from_sampling_mask = from_lists
@@ -85,7 +87,7 @@ def from_csr(token_ids: Any, offsets: Any, *, log_probs: Any = None) -> Support:
     shape = (len(offsets) - 1,)
     if log_probs is not None:
         log_probs = _like_ids(log_probs, token_ids)
-    return _ragged(token_ids, offsets, shape, log_probs)
+    return ragged(token_ids, offsets, shape, log_probs)
 
 
 def from_padded(token_ids: Any, counts: Any = None, *, log_probs: Any = None) -> Support:
@@ -117,15 +119,15 @@ def from_padded(token_ids: Any, counts: Any = None, *, log_probs: Any = None) ->
         )
     used = None
     if counts is not None:
-        if not _arrays.dtype_name(counts).startswith(("int", "uint")):
+        if not _arrays.is_integer(_arrays.dtype_name(counts)):
             raise TypeError(f"counts must be integers, got {_arrays.dtype_name(counts)}")
         if isinstance(counts, np.ndarray):
             _check_counts(counts, shape[-1])
-        used = _arrays.arange(token_ids, shape[-1]) < counts[..., None]
+        used = _arrays.arange(token_ids, shape[-1]) < _arrays.comparable(counts)[..., None]
     if isinstance(token_ids, np.ndarray):
         if log_probs is not None:
             log_probs = _like_ids(log_probs, token_ids)
-        return _padded(token_ids, used, log_probs)
+        return padded(token_ids, used, log_probs)
     if used is not None:
         token_ids = _arrays.where(used, token_ids, -1)
         log_probs = None if log_probs is None else _arrays.where(used, log_probs, -np.inf)
@@ -165,11 +167,11 @@ def from_bitmask(bits: Any, vocab_size: int) -> Support:
     past = np.flatnonzero(ids >= vocab_size)
     if past.size:
         raise ValueError(
-            f"row {_index(row[past[0]], shape)} has bit {ids[past[0]]} set, outside the vocabulary "
+            f"row {row_index(row[past[0]], shape)} has bit {ids[past[0]]} set, outside the vocabulary "
             f"of {vocab_size} ids"
         )
     sizes = np.bincount(row, minlength=math.prod(shape))
-    return _ragged(ids, _offsets(sizes), shape, None)
+    return ragged(ids, offsets_of(sizes), shape, None)
 
 
 def from_top_log_probs(ids: Any, log_probs: Any) -> Support:
@@ -195,7 +197,7 @@ def from_top_log_probs(ids: Any, log_probs: Any) -> Support:
     if bad.any():
         *row, column = (int(i) for i in np.argwhere(bad)[0])
         raise ValueError(f"row {row}, column {column} has the log-prob {log_probs[*row, column]}")
-    return _padded(ids, np.isfinite(log_probs), log_probs)
+    return padded(ids, np.isfinite(log_probs), log_probs)
 
 
 def _host(name: str, x: Any) -> np.ndarray:
@@ -208,12 +210,8 @@ def _host(name: str, x: Any) -> np.ndarray:
 
 
 def _from_sequence(name: str, x: Any) -> np.ndarray:
-    try:
-        array = np.asarray(x)
-    except ValueError as error:  # unequal lengths
-        raise ValueError(f"{name} must be a rectangular list: {error}") from error
-    # NumPy's dtype of nothing at all is float64.
-    return array.astype(np.int32) if array.size == 0 and name != "log_probs" else array
+    as_array = _arrays.host_numbers if name == "log_probs" else _arrays.host_integers
+    return as_array(name, x)
 
 
 def _arrays_of(**arguments: Any) -> list[Any]:
@@ -233,19 +231,10 @@ def _arrays_of(**arguments: Any) -> list[Any]:
     return out
 
 
-def _index(n: Any, shape: tuple[int, ...]) -> list[int]:
-    """The index of row n, for a message."""
-    return [int(i) for i in np.unravel_index(int(n), shape)]
-
-
-def _offsets(sizes: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-
-
 def _like_ids(
     log_probs: np.ndarray, ids: np.ndarray, name: str = "token_ids", dtype: type = np.float32
 ) -> np.ndarray:
-    if log_probs.dtype.kind != "f":
+    if not _arrays.is_float(_arrays.dtype_name(log_probs)):
         raise TypeError(f"log_probs must be floats, got {log_probs.dtype}")
     if log_probs.shape != ids.shape:
         raise ValueError(
@@ -280,195 +269,3 @@ def _check_counts(counts: np.ndarray, width: int) -> None:
     if bad.any():
         row = [int(i) for i in np.argwhere(bad)[0]]
         raise ValueError(f"counts{row} is {counts[tuple(row)]}, not between 0 and K = {width}")
-
-
-def _is_batch(rows: list[Any]) -> bool:
-    """Whether the items are lists of rows; decided by the first that shows it."""
-    for item in rows:
-        if item is None:
-            return False
-        if hasattr(item, "ndim"):
-            return item.ndim > 1
-        if isinstance(item, (list, tuple)) and len(item):
-            return (
-                item[0] is None
-                or isinstance(item[0], (list, tuple))
-                or (hasattr(item[0], "tolist") and item[0].ndim > 0)
-            )
-    return False
-
-
-def _flatten_rows(name: str, rows: Any) -> tuple[tuple[int, ...], list[Any]]:
-    """The row shape and all rows in one list."""
-    if not isinstance(rows, (list, tuple)) and getattr(rows, "ndim", 0) < 1:
-        raise TypeError(f"{name} must be a list of rows, got {type(rows).__name__}")
-    flat, shape = list(rows), (len(rows),)
-    while _is_batch(flat):
-        lengths = []
-        for n, piece in enumerate(flat):
-            if piece is None or not hasattr(piece, "__len__"):
-                raise TypeError(
-                    f"{name}: item {_index(n, shape)} must be a list of rows, got {piece!r}"
-                )
-            lengths.append(len(piece))
-        if len(set(lengths)) > 1:
-            n = next(i for i, length in enumerate(lengths) if length != lengths[0])
-            raise ValueError(
-                f"{name}: item {_index(n, shape)} has {lengths[n]} rows, item {_index(0, shape)} has "
-                f"{lengths[0]}: the pieces of a batch need equally many (add empty rows)"
-            )
-        shape, flat = (*shape, lengths[0]), list(chain.from_iterable(flat))
-    return shape, flat
-
-
-def _flat_ids(rows: list[Any], shape: tuple[int, ...]) -> np.ndarray:
-    """All ids one after another. Lists, since NumPy would truncate or promote floats among arrays."""
-    for n, row in enumerate(rows):
-        if hasattr(row, "tolist"):
-            rows[n] = row.tolist()
-        elif not isinstance(row, (list, tuple)):
-            raise TypeError(f"row {_index(n, shape)} must be a list of ids, got {row!r}")
-    values = list(chain.from_iterable(rows))
-    if not values:
-        return np.zeros(0, np.int64)
-    try:
-        ids = np.array(values)
-    except ValueError:  # lists among the ids
-        ids = np.array(None)
-    if ids.ndim == 1 and ids.dtype.kind in "iu":
-        return ids
-    for n, row in enumerate(rows):
-        for position, x in enumerate(row):
-            if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-                raise TypeError(f"row {_index(n, shape)}, position {position} is {x!r}, not an id")
-            if not 0 <= x <= _arrays.INT32.max:
-                raise _bad_id(_index(n, shape), position, x)
-    raise AssertionError("unreachable")
-
-
-def _flat_log_probs(log_probs: Any, sizes: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    got, rows = _flatten_rows("log_probs", log_probs)
-    rows = [() if row is None else row for row in rows]
-    if len(rows) != len(sizes):
-        raise ValueError(f"log_probs must be nested as the rows: they have rows {got}, not {shape}")
-    for n, (row, size) in enumerate(zip(rows, sizes.tolist(), strict=True)):
-        if len(row) != size:
-            raise ValueError(
-                f"log_probs of row {_index(n, shape)} has {len(row)} entries for {size} ids"
-            )
-    values = np.array(list(chain.from_iterable(rows)) or np.zeros(0))
-    if values.dtype.kind not in "fiu":
-        raise TypeError(f"log_probs must be numbers, got {values.dtype}")
-    with np.errstate(over="ignore"):
-        return values.astype(np.float32)
-
-
-def _bad_id(row: list[int], position: int, value: Any) -> ValueError:
-    what = "negative" if value < 0 else "outside int32"
-    return ValueError(f"row {row}, position {position}: id {value} is {what}")
-
-
-def _check_flat_ids(ids: np.ndarray, offsets: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"ids must be integers, got {ids.dtype}")
-    bad = np.flatnonzero((ids < 0) | (ids > _arrays.INT32.max))
-    if bad.size:
-        row = int(np.searchsorted(offsets, bad[0], side="right")) - 1
-        raise _bad_id(_index(row, shape), int(bad[0] - offsets[row]), ids[bad[0]])
-    return ids.astype(np.int32, copy=False)
-
-
-def _ragged(
-    ids: np.ndarray, offsets: np.ndarray, shape: tuple[int, ...], log_probs: np.ndarray | None
-) -> Support:
-    """A ragged Support of rows given one after another: checks, sorts, drops repeats."""
-    ids = _check_flat_ids(ids, offsets, shape)
-    ids, offsets, log_probs = _sort_flat(ids, offsets, log_probs)
-    if len(ids) > _arrays.INT32.max:
-        raise ValueError(f"there are {len(ids)} ids, more than int32 can number")
-    if len(shape) == 1:
-        extents = offsets.astype(np.int32)
-        return Support(ids, extents[:-1], extents[1:], log_probs)
-    *batch, rows = shape
-    offsets = offsets[: 1 + math.prod(shape)]
-    pieces = math.prod(batch)
-    edges = offsets[np.arange(pieces + 1) * rows]
-    capacity = int(np.diff(edges).max(initial=0))
-    used = np.arange(capacity) < np.diff(edges)[:, None]
-    begins = offsets[:-1].reshape(pieces, rows) - edges[:-1, None]
-    ends = offsets[1:].reshape(pieces, rows) - edges[:-1, None]
-
-    def laid_out(x: np.ndarray, fill: float) -> np.ndarray:
-        out = np.full((pieces, capacity), fill, x.dtype)
-        out[used] = x
-        return out.reshape(*batch, capacity)
-
-    return Support(
-        laid_out(ids, -1),
-        begins.astype(np.int32).reshape(shape),
-        ends.astype(np.int32).reshape(shape),
-        None if log_probs is None else laid_out(log_probs, -np.inf),
-    )
-
-
-def _sort_flat(
-    ids: np.ndarray, offsets: np.ndarray, log_probs: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Each row strictly ascending; of a repeated id the first log-prob stays."""
-    descends = ids[1:] <= ids[:-1]
-    starts = offsets[1:-1]
-    starts = starts[(starts > 0) & (starts < len(ids))]
-    descends[starts - 1] = False  # from one row to the next
-    if not descends.any():
-        return ids, offsets, log_probs
-    row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    keys = row << 31 | ids
-    if log_probs is None:
-        keys.sort()
-    else:
-        order = np.argsort(keys, kind="stable")
-        keys, log_probs = keys[order], log_probs[order]
-    first = np.ones(len(keys), bool)
-    first[1:] = keys[1:] != keys[:-1]
-    ids = (keys & _arrays.INT32.max).astype(np.int32)
-    if not first.all():
-        ids, offsets = ids[first], _offsets(first)[offsets]
-        log_probs = None if log_probs is None else log_probs[first]
-    return ids, offsets, log_probs
-
-
-def _padded(ids: np.ndarray, used: np.ndarray | None, log_probs: np.ndarray | None) -> Support:
-    """A padded Support: checks, sorts the used slots of each row to the front, drops repeats."""
-    if ids.dtype.kind not in "iu":
-        raise TypeError(f"ids must be integers, got {ids.dtype}")
-    if used is None:
-        used = ids != -1
-    bad = used & ((ids < 0) | (ids > _arrays.INT32.max))
-    if bad.any():
-        *row, position = (int(i) for i in np.argwhere(bad)[0])
-        raise _bad_id(row, position, ids[*row, position])
-    ids = np.where(used, ids, -1).astype(np.int32)
-    if log_probs is not None:
-        with np.errstate(over="ignore"):
-            log_probs = np.where(used, log_probs, -np.inf).astype(np.float32)
-    ids, log_probs = _sort_padded(ids, log_probs)
-    repeats = (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != -1)
-    if repeats.any():
-        ids[..., 1:][repeats] = -1
-        if log_probs is not None:
-            log_probs[..., 1:][repeats] = -np.inf
-        ids, log_probs = _sort_padded(ids, log_probs)
-    return Support(ids, log_probs=log_probs)
-
-
-def _sort_padded(
-    ids: np.ndarray, log_probs: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """Sorts each row, -1 last: it is the largest unsigned number."""
-    unsigned = ids.view(np.uint32)
-    if (unsigned[..., 1:] >= unsigned[..., :-1]).all():
-        return ids, log_probs
-    if log_probs is None:
-        return np.sort(unsigned, axis=-1).view(np.int32), None
-    order = np.argsort(unsigned, axis=-1, kind="stable")
-    return np.take_along_axis(ids, order, -1), np.take_along_axis(log_probs, order, -1)

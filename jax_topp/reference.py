@@ -99,7 +99,7 @@ def replay(
         row = _row(problem, n)
         status[n] = row.status
         values[:, n] = _row_values(row)
-    return ReferenceReplay(*(v.reshape(problem.rows) for v in values), status.reshape(problem.rows))
+    return ReferenceReplay._make(x.reshape(problem.rows) for x in (*values, status))
 
 
 def member_log_probs(

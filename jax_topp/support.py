@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from . import _arrays, _pytree, contract
+from . import _arrays, _checks, _pytree, contract
+from ._nested import nested_lists
 
 _NAMES = ("token_ids", "begins", "ends", "log_probs")
 
@@ -40,7 +41,7 @@ class Support:
     log_probs: Any = None
 
     def __post_init__(self) -> None:
-        for name, x in zip(_NAMES, _checked(*self._leaves()), strict=True):
+        for name, x in zip(_NAMES, _checks.checked_leaves(*self._leaves()), strict=True):
             object.__setattr__(self, name, x)
         _pytree.ensure_registered()
 
@@ -134,7 +135,7 @@ class Support:
         Returns:
           A Support of R' rows. A ragged one shares ``token_ids`` with this one.
         """
-        rows, inside = self._row_index(rows)
+        rows, inside = _checks.gatherable_rows(self, rows)
 
         def pick(x: Any, index: Any, mask: Any, axis: int, empty: float) -> Any:
             if self.row_shape[-1] == 0:  # nothing to gather from
@@ -152,31 +153,6 @@ class Support:
         if log_probs is not None:
             log_probs = pick(log_probs, rows_of_slots, inside, -2, -np.inf)
         return Support._unchecked(token_ids, None, None, log_probs)
-
-    def _row_index(self, rows: Any) -> tuple[Any, Any]:
-        """int32 row numbers that can be gathered, and which of them were in range."""
-        if isinstance(rows, (list, tuple)):
-            rows = np.asarray(rows, dtype=None if len(rows) else np.int32)
-        kind, own = _arrays.kind_of(rows), _arrays.kind_of(self.token_ids)
-        if kind is None or kind not in ("numpy", own):
-            raise TypeError(
-                f"rows must be a NumPy array or, as the support's, a {own} array, got {type(rows).__name__}"
-            )
-        if not _arrays.dtype_name(rows).startswith(("int", "uint")):
-            raise TypeError(f"rows must be integers, got {_arrays.dtype_name(rows)}")
-        batch, count = self.row_shape[:-1], self.row_shape[-1]
-        if len(rows.shape) != len(batch) + 1 or tuple(rows.shape[:-1]) != batch:
-            raise ValueError(
-                f"rows must be [*batch, R'] with the support's batch axes: rows are {tuple(rows.shape)}, "
-                f"the support has rows {self.row_shape}"
-            )
-        if _arrays.dtype_name(rows) in ("int8", "uint8", "int16", "uint16"):
-            rows = _arrays.as_int32(rows)  # count may not fit
-        inside = (rows >= 0) & (rows < count)
-        rows = _arrays.as_int32(_arrays.where(inside, rows, 0))
-        if kind == "numpy":
-            rows, inside = (_arrays.like(x, self.token_ids) for x in (rows, inside))
-        return rows, inside
 
     def with_capacity(self, n: int) -> Support:
         """Changes C (or K) to n: fills up with -1 (``log_probs`` with -inf), or cuts off unused slots.
@@ -197,7 +173,7 @@ class Support:
                 )
         begins, ends = self.begins, self.ends
         if begins is not None:
-            inside = _good_extents(begins, ends, self.capacity)
+            inside = _checks.good_extents(begins, ends, self.capacity)
             begins, ends = _shift_extents(begins, ends, inside, 0)
             if n < self.capacity:  # empty rows may have stood anywhere
                 begins, ends = (_arrays.where(x <= n, x, n) for x in (begins, ends))
@@ -220,7 +196,7 @@ class Support:
             slots = np.flatnonzero((host[0] != -1).reshape(-1, self.capacity).any(0))
             return int(slots[-1]) + 1 if slots.size else 0
         begins, ends = host
-        used = ends[_good_extents(begins, ends, self.capacity) & (ends > begins)]
+        used = ends[_checks.good_extents(begins, ends, self.capacity) & (ends > begins)]
         return int(used.max(initial=0))
 
     def sizes(self) -> Any:
@@ -228,7 +204,7 @@ class Support:
         counts = _arrays.cumulative_count(self.token_ids != -1)
         if self.is_padded:
             return counts[..., -1]
-        good = _good_extents(self.begins, self.ends, self.capacity)
+        good = _checks.good_extents(self.begins, self.ends, self.capacity)
         begins, ends = (_arrays.where(good, x, 0) for x in (self.begins, self.ends))
         return _arrays.gather(counts, ends, -1) - _arrays.gather(counts, begins, -1)
 
@@ -240,8 +216,8 @@ class Support:
           ValueError: an extent that does not lie within the slots.
         """
         host = self.numpy()
-        _check_extents(host, np.ones(host.row_shape, bool))
-        return _nested_lists(host)
+        _checks.check_extents(host, np.ones(host.row_shape, bool))
+        return nested_lists(host)
 
     def numpy(self) -> Support:
         """The same Support of NumPy arrays; TypeError under a trace."""
@@ -286,7 +262,9 @@ class Support:
           TypeError: under a trace, or for wrong dtypes.
         """
         options = contract.option_bits(missing, empty)
-        _validate(self.numpy(), check_vocab_size(vocab_size), targets, loss_mask, options)
+        _checks.validate(
+            self.numpy(), _checks.check_vocab_size(vocab_size), targets, loss_mask, options
+        )
         return self
 
     @staticmethod
@@ -307,7 +285,7 @@ class Support:
             raise ValueError(f"the pieces have {total} slots together, more than int32 can number")
         shifted, offset = [], 0
         for piece in pieces:
-            inside = _good_extents(piece.begins, piece.ends, piece.capacity)
+            inside = _checks.good_extents(piece.begins, piece.ends, piece.capacity)
             extents = _shift_extents(piece.begins, piece.ends, inside, offset)
             shifted.append(Support._unchecked(piece.token_ids, *extents, piece.log_probs))
             offset += piece.capacity
@@ -368,67 +346,6 @@ class Support:
         return readers.from_top_log_probs(ids, log_probs)
 
 
-def _checked(token_ids: Any, begins: Any, ends: Any, log_probs: Any) -> tuple[Any, Any, Any, Any]:
-    """The arrays as int32 and float32, after all that their types and shapes can show."""
-    if (begins is None) != (ends is None):
-        given, absent = ("begins", "ends") if ends is None else ("ends", "begins")
-        raise ValueError(f"begins and ends belong together: {given} is given, {absent} is not")
-    leaves = {"token_ids": token_ids, "begins": begins, "ends": ends, "log_probs": log_probs}
-    leaves = {name: x for name, x in leaves.items() if x is not None or name == "token_ids"}
-    _check_one_framework(leaves)
-    out = {name: _as_dtype(name, x) for name, x in leaves.items()}
-    shapes = {name: tuple(x.shape) for name, x in out.items()}
-    ids = shapes["token_ids"]
-    if begins is None:
-        if len(ids) < 2:
-            raise ValueError(
-                f"token_ids without begins and ends must be padded, [*batch, R, K], got the shape {ids}"
-            )
-    elif shapes["begins"] != shapes["ends"]:
-        raise ValueError(
-            f"begins and ends must have one shape: begins are {shapes['begins']}, ends are {shapes['ends']}"
-        )
-    elif not ids or not shapes["begins"] or ids[:-1] != shapes["begins"][:-1]:
-        raise ValueError(
-            f"token_ids must be [*batch, C] and begins [*batch, R] with the same batch axes: "
-            f"token_ids are {ids}, begins are {shapes['begins']}"
-        )
-    if ids[-1] > _arrays.INT32.max:
-        raise ValueError(f"token_ids have {ids[-1]} slots, more than int32 can number")
-    if shapes.get("log_probs", ids) != ids:
-        raise ValueError(
-            f"log_probs must have the shape of token_ids: log_probs are {shapes['log_probs']}, "
-            f"token_ids are {ids}"
-        )
-    return out["token_ids"], out.get("begins"), out.get("ends"), out.get("log_probs")
-
-
-def _check_one_framework(leaves: dict[str, Any]) -> None:
-    kinds = {name: _arrays.kind_of(x) for name, x in leaves.items()}
-    for name, kind in kinds.items():
-        if kind is None:
-            raise TypeError(
-                f"{name} must be a NumPy, JAX or torch array, got {type(leaves[name]).__name__} "
-                f"(Support.from_lists, from_csr and from_padded read other formats)"
-            )
-    if len(set(kinds.values())) > 1:
-        mixed = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
-        raise TypeError(f"a Support holds arrays of one framework: {mixed}; see Support.to(device)")
-
-
-def _as_dtype(name: str, x: Any) -> Any:
-    wanted = "float32" if name == "log_probs" else "int32"
-    if isinstance(x, np.ndarray):
-        return _arrays.host_floats(name, x) if wanted == "float32" else _arrays.host_ids(name, x)
-    if _arrays.dtype_name(x) != wanted:
-        raise TypeError(f"{name} must be {wanted}, got {_arrays.dtype_name(x)}: convert it first")
-    return x
-
-
-def _good_extents(begins: Any, ends: Any, capacity: int) -> Any:
-    return (begins >= 0) & (ends >= begins) & (ends <= capacity)
-
-
 def _shift_extents(begins: Any, ends: Any, good: Any, offset: int) -> tuple[Any, Any]:
     """Moves the good extents. A bad one becomes -1, so that it stays bad wherever its slots go."""
     return _arrays.where(good, begins + offset, -1), _arrays.where(good, ends + offset, -1)
@@ -469,123 +386,3 @@ def _as_ragged(piece: Support) -> Support:
 def _join(pieces: list[Support], join: Any) -> Support:
     leaves = zip(*(piece._leaves() for piece in pieces), strict=True)
     return Support._unchecked(*(None if xs[0] is None else join(list(xs)) for xs in leaves))
-
-
-def _nested_lists(host: Support) -> list[Any]:
-    if len(host.row_shape) > 1:
-        return [_nested_lists(host[i]) for i in range(len(host))]
-    ids = host.token_ids.tolist()
-    if host.is_padded:
-        rows = ids
-    else:
-        extents = zip(host.begins.tolist(), host.ends.tolist(), strict=True)
-        rows = [ids[begin:end] for begin, end in extents]
-    if (host.token_ids == -1).any():
-        rows = [[i for i in row if i != -1] for row in rows]
-    return rows
-
-
-def check_vocab_size(value: Any) -> int:
-    """The number of ids, as an int; TypeError or ValueError for anything that cannot be one."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise TypeError(f"vocab_size must be an int, got {type(value).__name__}")
-    if not 0 < value <= contract.MAX_VOCAB_SIZE:
-        raise ValueError(
-            f"vocab_size must lie between 1 and {contract.MAX_VOCAB_SIZE}, got {value}"
-        )
-    return int(value)
-
-
-def _validate(host: Support, vocab_size: int, targets: Any, loss_mask: Any, options: int) -> None:
-    active = np.ones(host.row_shape, bool)
-    if loss_mask is not None:
-        active = _row_values("loss_mask", loss_mask, host) != 0
-    if targets is not None:
-        targets = _row_values("targets", targets, host)
-        if targets.dtype.kind not in "iu":
-            raise TypeError(f"targets must be integers, got {targets.dtype}")
-        active &= targets >= 0
-    _check_extents(host, active)
-    row, slot = _slots_of(host, active)
-    ids = host.token_ids.reshape(-1)[slot]
-    _check_ids(host, row, slot, ids, vocab_size)
-    if targets is not None:
-        _check_targets(host, active, targets, row[ids != -1], ids[ids != -1], vocab_size, options)
-
-
-def _row_values(name: str, x: Any, host: Support) -> np.ndarray:
-    x = np.asarray(x) if isinstance(x, (list, tuple)) else x
-    if _arrays.kind_of(x) is None:
-        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    x = _arrays.to_host(name, x)
-    if x.shape != host.row_shape:
-        raise ValueError(
-            f"{name} must be one a row: {name} is {x.shape}, rows are {host.row_shape}"
-        )
-    return x
-
-
-def _row_name(host: Support, n: int) -> str:
-    return f"support row {[int(i) for i in np.unravel_index(n, host.row_shape)]}"
-
-
-def _check_extents(host: Support, active: np.ndarray) -> None:
-    if host.is_padded:
-        return
-    bad = np.flatnonzero(active & ~_good_extents(host.begins, host.ends, host.capacity))
-    if bad.size:
-        begin, end = host.begins.reshape(-1)[bad[0]], host.ends.reshape(-1)[bad[0]]
-        raise ValueError(
-            f"{_row_name(host, bad[0])} has the extent [{begin}, {end}), which does not lie within "
-            f"its {host.capacity} slots"
-        )
-
-
-def _slots_of(host: Support, active: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For every slot of every active row, in order: the row's number and the slot's, both among all."""
-    rows = np.flatnonzero(active)
-    if host.is_padded:
-        first = rows * host.capacity
-        sizes = np.full(rows.shape, host.capacity)
-    else:
-        begins = host.begins.reshape(-1)[rows].astype(np.int64)
-        sizes = host.ends.reshape(-1)[rows] - begins
-        first = begins + rows // max(host.row_shape[-1], 1) * host.capacity
-    before = np.cumsum(sizes) - sizes
-    return np.repeat(rows, sizes), np.arange(sizes.sum()) + np.repeat(first - before, sizes)
-
-
-def _check_ids(
-    host: Support, row: np.ndarray, slot: np.ndarray, ids: np.ndarray, vocab_size: int
-) -> None:
-    bad = np.flatnonzero((ids < -1) | (ids >= vocab_size))
-    if bad.size:
-        n, where = row[bad[0]], bad[0] - np.searchsorted(row, row[bad[0]])
-        raise ValueError(
-            f"{_row_name(host, n)}, position {where}: id {ids[bad[0]]} is outside the vocabulary "
-            f"of {vocab_size} ids"
-        )
-
-
-def _check_targets(
-    host: Support,
-    active: np.ndarray,
-    targets: np.ndarray,
-    row: np.ndarray,
-    ids: np.ndarray,
-    vocab_size: int,
-    options: int,
-) -> None:
-    active, targets = active.reshape(-1), targets.reshape(-1)
-    has_members, found = np.zeros(active.shape, bool), np.zeros(active.shape, bool)
-    has_members[row] = True
-    found[row[ids == targets[row]]] = True
-    include, full = bool(options & contract.INCLUDE_MISSING), bool(options & contract.FULL_VOCAB)
-    for bad, complaint in (
-        (targets >= vocab_size, f"is outside the vocabulary of {vocab_size} ids"),
-        (~has_members & (not full) & (not include), "has no support: the row is empty"),
-        (has_members & ~found & (not include), "is not in the support"),
-    ):
-        rows = np.flatnonzero(active & bad)
-        if rows.size:
-            raise ValueError(f"{_row_name(host, rows[0])}: target {targets[rows[0]]} {complaint}")

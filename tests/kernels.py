@@ -81,7 +81,9 @@ class Call:
         self.targets = np.where(mask, ids, -1).astype(np.int32)
         scale = np.asarray(case.temperature).astype(np.float32)
         scale = scale if scale.ndim == 0 else np.broadcast_to(scale, self.rows)
-        self.temperature = np.array(scale, order="C")  # ascontiguousarray would give a scalar an axis
+        self.temperature = np.array(
+            scale, order="C"
+        )  # ascontiguousarray would give a scalar an axis
         self.extents = [
             None if x is None else np.ascontiguousarray(x)
             for x in (case.support.begins, case.support.ends)

@@ -373,7 +373,9 @@ def test_accuracy_over_ten_thousand_rows(dtype: str) -> None:
         wrong += (judge & (bits(result.log_prob) != bits(rounded))).sum()
     assert judged > ACCURACY_ROWS / 3
     # About one row in 50,000 was seen; ten thousand rows allow one.
-    assert wrong <= max(1, judged // 10_000), f"{wrong} of {judged} log-probs are not rounded correctly"
+    assert wrong <= max(1, judged // 10_000), (
+        f"{wrong} of {judged} log-probs are not rounded correctly"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

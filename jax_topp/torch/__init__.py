@@ -5,9 +5,12 @@ Importing this does not load JAX. Double backward and ``torch.func.grad`` are no
 
 from __future__ import annotations
 
+from .. import _pytree
 from ..contract import Status
 from ..result import Replay
 from ..support import Support
 from .logits import log_prob, member_log_probs, replay
+
+_pytree.ensure_registered()
 
 __all__ = ["Replay", "Status", "Support", "log_prob", "member_log_probs", "replay"]

@@ -120,7 +120,7 @@ def replay(
         place = _place(logits)
         _core.forward(problem, _addresses(results[:8]), *place)
         if members:
-            _core.members(problem, _addresses(results[_SAVED]), results[8].data_ptr(), *place)
+            _core.members(problem, _addresses(results[4:8]), results[8].data_ptr(), *place)
     return results
 
 

@@ -52,7 +52,7 @@ def replay(
     options = contract.option_bits(missing, empty)
     operands, size = _prepare(logits, targets, support, temperature, loss_mask, vocab_size)
     results = _ops.replay(*operands, size, options, member_log_probs)
-    return Replay(*results[:5], results[8] if member_log_probs else None)
+    return Replay._make((*results[:5], results[8] if member_log_probs else None))
 
 
 def log_prob(
