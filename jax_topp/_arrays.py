@@ -78,7 +78,7 @@ def full(like: Any, shape: tuple[int, ...], value: float) -> Any:
     return module(kind_of(like) or "numpy").full(shape, value, dtype=like.dtype)
 
 
-def concatenate(arrays: list[Any], axis: int) -> Any:
+def concatenate(arrays: list[Any], axis: int = 0) -> Any:
     return module(kind_of(arrays[0]) or "numpy").concatenate(arrays, axis)
 
 
@@ -178,8 +178,13 @@ def host_floats(name: str, x: np.ndarray) -> np.ndarray:
         return x.astype(np.float32, copy=False)
 
 
+def has_bools(values: list[Any]) -> bool:
+    """Whether bools stand among numbers: NumPy would make 0 and 1 of them."""
+    return not {bool, np.bool_}.isdisjoint(map(type, values))
+
+
 def host_integers(name: str, x: Any) -> np.ndarray:
-    """A rectangular list of integers; NumPy would take bools among them for numbers."""
+    """A rectangular list of integers."""
     array = _rectangular(name, x)
     if array.size == 0:
         return array.astype(np.int32)  # NumPy's dtype of nothing at all is float64
@@ -187,10 +192,9 @@ def host_integers(name: str, x: Any) -> np.ndarray:
     for _ in range(array.ndim - 1):
         values = chain.from_iterable(values)
     values = list(values)
-    types = set(map(type, values))
-    if bool in types or np.bool_ in types:
+    if has_bools(values):
         raise TypeError(f"{name} must be integers, got a bool among them")
-    if array.dtype.kind not in "iu" and all(issubclass(t, (int, np.integer)) for t in types):
+    if array.dtype.kind not in "iu" and all(isinstance(v, (int, np.integer)) for v in values):
         # Too large for any dtype: NumPy made them floats, or objects.
         n = next(n for n, value in enumerate(values) if not INT32.min <= value <= INT32.max)
         at = [int(i) for i in np.unravel_index(n, array.shape)]

@@ -68,7 +68,7 @@ def flat_ids(rows: list[Any], shape: tuple[int, ...]) -> np.ndarray:
         ids = np.array(values)
     except ValueError:  # lists among the ids
         ids = np.array(None)
-    if ids.ndim == 1 and ids.dtype.kind in "iu":
+    if ids.ndim == 1 and ids.dtype.kind in "iu" and not _arrays.has_bools(values):
         return ids
     for n, row in enumerate(rows):
         for position, x in enumerate(row):

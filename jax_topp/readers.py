@@ -47,8 +47,8 @@ def from_lists(rows: Any, *, none: str = "error", log_probs: Any = None) -> Supp
                     f"(none='full_vocab' reads it as an empty row)"
                 )
             flat[n] = ()
-    sizes = np.fromiter(map(len, flat), np.int64, len(flat))
     ids = flat_ids(flat, shape)
+    sizes = np.fromiter(map(len, flat), np.int64, len(flat))
     values = None if log_probs is None else flat_log_probs(log_probs, sizes, shape)
     return ragged(ids, offsets_of(sizes), shape, values)
 

@@ -10,18 +10,10 @@ import pytest
 
 from jax_topp import Replay, Support, _core, reference
 
-from cases import (
-    DTYPES,
-    Case,
-    lay_out,
-    member_bounds,
-    odd_case,
-    random_case,
-    random_cotangents,
-    row_ids,
-)
+from cases import DTYPES, Case, lay_out, member_bounds, random_case, random_cotangents, row_ids
 from compare import assert_bits_equal, assert_within, value_bounds
 from frontends import JaxFrontend, TorchFrontend, each_frontend, needs_torch
+from odd_cases import odd_case
 
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 each_layout = pytest.mark.parametrize("layout", ["ragged", "padded"])

@@ -19,7 +19,6 @@ from cases import (
     lay_out,
     member_bounds,
     membership,
-    odd_case,
     random_case,
     random_cotangents,
     row_ids,
@@ -27,6 +26,7 @@ from cases import (
 )
 from compare import assert_bits_equal, assert_within, bits, gradient_bound, value_bounds
 from kernels import Call, Forward
+from odd_cases import odd_case
 
 LAYOUTS = ("ragged", "padded")
 POLICIES = [(m, e) for m in ("neg_inf", "include") for e in ("neg_inf", "full_vocab")]

@@ -14,17 +14,9 @@ from jax_topp.contract import Status
 from jax_topp.reference import Cotangents
 from jax_topp.support import Support
 
-from cases import (
-    DTYPES,
-    Case,
-    membership,
-    odd_case,
-    random_case,
-    random_cotangents,
-    row_ids,
-    slot_rows,
-)
+from cases import DTYPES, Case, membership, random_case, random_cotangents, row_ids, slot_rows
 from compare import assert_bits_equal, assert_within
+from odd_cases import odd_case
 
 LAYOUTS = ("ragged", "padded")
 
