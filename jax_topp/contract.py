@@ -147,11 +147,12 @@ def check_no_overlap(begins: np.ndarray, ends: np.ndarray, capacity: int) -> Non
 
     Rows with a bad extent own nothing, so they share nothing.
     """
+    if begins.size < 2:
+        return
     begins = begins.reshape(-1, begins.shape[-1]).astype(np.int64)
     ends = ends.reshape(begins.shape).astype(np.int64)
-    if (
-        begins[:, 1:] >= np.maximum(ends, begins)[:, :-1]
-    ).all():  # one behind the other, as readers lay them
+    one_behind_the_other = begins[:, 1:] >= np.maximum(ends, begins)[:, :-1]
+    if one_behind_the_other.all():  # as readers lay them
         return
     for piece, (b, e) in enumerate(zip(begins, ends, strict=True)):
         rows = np.flatnonzero((b >= 0) & (e > b) & (e <= capacity))

@@ -243,8 +243,9 @@ def slot_rows(case: Case) -> np.ndarray:
     if case.support.begins is None:
         return np.broadcast_to(np.arange(count).reshape(*case.rows, 1), ids.shape)
     owners = np.full((math.prod(case.rows[:-1]), ids.shape[-1]), -1)
+    begins, ends = (np.ravel(x).tolist() for x in (case.support.begins, case.support.ends))
     for n in reversed(range(count)):
-        b, e = int(case.support.begins.flat[n]), int(case.support.ends.flat[n])
+        b, e = begins[n], ends[n]
         if 0 <= b <= e <= ids.shape[-1]:
             owners[n // case.rows[-1], b:e] = n
     return owners.reshape(ids.shape)
