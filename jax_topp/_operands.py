@@ -106,7 +106,7 @@ def _loss_mask(loss_mask: Any) -> Any:
     if isinstance(loss_mask, (list, tuple, bool)):
         loss_mask = np.asarray(loss_mask)
     loss_mask = _array("loss_mask", loss_mask)
-    if not (loss_mask.dtype == bool or jnp.issubdtype(loss_mask.dtype, jnp.number)):
+    if not (loss_mask.dtype == bool or _is_real(loss_mask.dtype)):
         raise TypeError(f"loss_mask must be bool or numbers, got {loss_mask.dtype}")
     # 64-bit numpy numbers would be narrowed first, and a tiny one would become 0.
     return loss_mask != 0 if isinstance(loss_mask, np.ndarray) else loss_mask
@@ -120,12 +120,15 @@ def _temperature(temperature: Any, rows: tuple[int, ...]) -> Any:
     if isinstance(temperature, (list, tuple)):
         temperature = np.asarray(temperature)
     temperature = _array("temperature", temperature)
-    if not jnp.issubdtype(temperature.dtype, jnp.number) or jnp.issubdtype(
-        temperature.dtype, jnp.complexfloating
-    ):
+    if not _is_real(temperature.dtype):
         raise TypeError(f"temperature must be real numbers, got {temperature.dtype}")
     contract.check_temperature(temperature.shape, rows)
     if isinstance(temperature, np.ndarray):
         with np.errstate(over="ignore"):
             temperature = temperature.astype(np.float32)  # float64 must be rounded once
     return temperature
+
+
+def _is_real(dtype: Any) -> bool:
+    """Integers and floats, those that NumPy lacks too; no bools."""
+    return jnp.issubdtype(dtype, jnp.number) and not jnp.issubdtype(dtype, jnp.complexfloating)

@@ -93,6 +93,12 @@ def check_vocab_size(vocab_size: Any, columns: int) -> int:
     return vocab_size
 
 
+def check_targets_given(targets: Any) -> None:
+    """Refuses None, which stands for no target inside the front ends."""
+    if targets is None:
+        raise TypeError("targets must be an integer array, got NoneType")
+
+
 def check_rows(
     logits: tuple[int, ...],
     support: tuple[int, ...],
@@ -123,8 +129,8 @@ def check_temperature(shape: tuple[int, ...], rows: tuple[int, ...]) -> None:
         return
     if len(shape) != len(rows) or any(t not in (1, r) for t, r in zip(shape, rows, strict=True)):
         raise ValueError(
-            f"temperature must be a number, or have the rank of targets with dimensions equal or 1: "
-            f"temperature is {shape}, targets are {rows}"
+            f"temperature must be a number, or have the rank of the rows with dimensions equal or 1: "
+            f"temperature is {shape}, the rows are {rows}"
         )
 
 

@@ -174,6 +174,7 @@ def replay(
       TypeError, ValueError: wrong dtypes, shapes, options, or a Python temperature that is not positive and finite.
         What only the data shows (a bad id, a NaN logit) never raises: it marks its row, see :class:`Status`.
     """
+    contract.check_targets_given(targets)
     options = contract.option_bits(missing, empty)
     config, rows = _prepare(
         logits, targets, support, temperature, loss_mask, vocab_size, options, member_log_probs

@@ -153,7 +153,7 @@ def to_torch(x: np.ndarray) -> Any:
     """A torch tensor with the same bits, of its own memory."""
     import torch
 
-    x = np.ascontiguousarray(x).copy()
+    x = np.array(x, order="C")
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)

@@ -190,7 +190,8 @@ def _differentiate(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None,
     values, members = cotangents[:4], cotangents[8] if ctx.members else None
     if members is None and all(value is None for value in values):
         return None, *no_gradient
-    tensors, saved = ctx.saved_tensors[:6], list(ctx.saved_tensors[6:])
+    kept = ctx.saved_tensors  # once: checkpointing frees them as they are read
+    tensors, saved = kept[:6], list(kept[6:])
     zero = torch.zeros_like(saved[1])
     given = [zero if value is None else value for value in values]
     gradient = replay_backward(*tensors, saved, given, members, ctx.vocab_size, ctx.options)

@@ -49,6 +49,7 @@ def replay(
         and finite. What only the data shows (a bad id, a NaN logit) never raises: it marks its row, see
         :class:`Status`.
     """
+    contract.check_targets_given(targets)
     options = contract.option_bits(missing, empty)
     operands, size = _prepare(logits, targets, support, temperature, loss_mask, vocab_size)
     results = _ops.replay(*operands, size, options, member_log_probs)
