@@ -25,11 +25,11 @@ class JaxFrontend:
     def replay(self, case: Case, **options: Any) -> Replay:
         import jax
 
-        import jax_topp
+        from jax_topp import replay
 
         mask = case.loss_mask
         f = jax.jit(
-            lambda logits, targets, support, temperature, mask: jax_topp.replay(
+            lambda logits, targets, support, temperature, mask: replay(
                 logits,
                 targets,
                 support,

@@ -5,6 +5,16 @@ Importing this does not load JAX. Double backward and ``torch.func.grad`` are no
 
 from __future__ import annotations
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ModuleNotFoundError(
+        "jax_topp.torch needs torch, which is not installed: pip install 'jax_topp[torch]'",
+        name="torch",
+    ) from error
+
 from .. import _pytree
 from ..contract import Status
 from ..result import Replay
