@@ -1,6 +1,6 @@
 // What the CUDA kernels share: a row's facts, loads of its members, reductions, launching.
 //
-// The kernels give the bits of logits_cpu.cc. All floating-point work is exact.h's; what is reduced
+// The kernels give the bits of the CPU ones. All floating-point work is exact.h's; what is reduced
 // across lanes is integers, whose sums and maxima have no order.
 #pragma once
 
